@@ -1,0 +1,4 @@
+"""What a cheaper collective does to the model's answers.
+
+divergence   KL, top-1 agreement and perplexity of one run against another
+"""
