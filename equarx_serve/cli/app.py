@@ -4,7 +4,8 @@ Imports neither jax nor the model before a command runs, so `--help` is quick an
 Exit codes: 0 done, 1 a `UserError` (one sentence on stderr), 2 an option typer refuses, 130 interrupted.
 """
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -23,15 +24,27 @@ app = typer.Typer(
 REDUCE_HELP = (
     "An AllReduce to run: FORMAT or FORMAT:OPTION=VALUE,...; give it again for more rows. The exact f32 one is always "
     "run, as reference. FORMAT: f32, bf16 (psum), int8, int7, int6, int5, int4, fp8. OPTIONS: "
-    "algorithm=ring|two_ended_ring|two_shot|psum, block=FEATURES|token, rotation=128|none, "
-    "codes=symmetric|full_range, scale=float32|bfloat16|byte, channel_scale=none|column, fold=true|false, "
-    "clip_search=true|false, chunks=N, min_bytes=N, quantize_min_bytes=N, fallback=float32|bfloat16, "
-    "on_unsupported=fallback|raise. Example: --reduce int8:algorithm=ring,block=256 --reduce int4:block=64"
+    "algorithm (ring, two_ended_ring, two_shot, psum), block (features a scale, or token), rotation (128 or none), "
+    "codes (symmetric, full_range), scale (float32, bfloat16, byte), channel_scale (none, column), fold (true, false), "
+    "clip_search (true, false), chunks, min_bytes, quantize_min_bytes, fallback (float32, bfloat16), "
+    "on_unsupported (fallback, raise). Example: --reduce int8:algorithm=ring,block=64 --reduce int4:block=64"
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"equarx-serve {version('equarx-serve')}")
+        raise typer.Exit
+
+
 @app.callback()
-def equarx_serve() -> None:
+def equarx_serve(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Commands for a person at a terminal; the Python API is `equarx_serve.load_model`."""
 
 
@@ -71,25 +84,31 @@ def prefill(
     """
     from equarx_serve.cli.prefill import Request, run
 
-    run(
-        Request(prompt, prompt_file, tokens, model, weights, tp, tuple(reduce or ()), dtype, repeats, cache_dir),
-        json_output,
-    )
+    request = Request(prompt, prompt_file, tokens, model, weights, tp, tuple(reduce or ()), dtype, repeats, cache_dir)
+    with one_sentence():
+        run(request, json_output)
 
 
-def main() -> None:
-    """Entry point. Turns bad input into one sentence on stderr; anything unforeseen keeps its traceback."""
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turns bad input and Ctrl-C into one sentence on stderr; anything unforeseen keeps its traceback."""
     from equarx_serve.collectives.config import CollectiveError
     from equarx_serve.errors import UserError
 
     try:
-        app()
+        yield
     except (UserError, CollectiveError) as error:
         _say(str(error))
-        sys.exit(1)
-    except KeyboardInterrupt:
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as interrupt:
+        # Here and not round the whole program: typer would end it in silence.
         _say("interrupted; what was cached is kept")
-        sys.exit(130)
+        raise typer.Exit(130) from interrupt
+
+
+def main() -> None:
+    """Entry point."""
+    app()
 
 
 def _say(sentence: str) -> None:

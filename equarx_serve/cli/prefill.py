@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from equarx_serve.inference import PrefillOutput, ServingModel
 
 DEFAULT_TP = 4
+MAX_CONTEXT = 131_072
+"""As `gemma3.MAX_CONTEXT` (a test compares them): known here before anything heavy is imported."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ def run(request: Request, json_output: bool) -> None:
     text = prompt_text(request)
     if request.tokens is not None and request.tokens < 1:
         raise UserError(f"--tokens {request.tokens}: a prefill needs at least one token")
+    if request.tokens is not None and request.tokens > MAX_CONTEXT:
+        raise UserError(f"--tokens {request.tokens:,}: Gemma 3's context ends at {MAX_CONTEXT:,}")
     from equarx_serve.weights.cache import default_folder
 
     cache_dir = request.cache_dir or default_folder()
@@ -133,10 +137,10 @@ def measure(request: Request, text: str, cache_dir: Path, progress: Any) -> dict
     progress(0, 1, "comparing")
     reference = last[EXACT.label()]
     embedding = model.parameters(EXACT)["embedder/input_embedding"]
-    rows = []
+    rows, copies = [], []
     for reduce in reduces:
         label = reduce.label()
-        ranks_agree(last[label], label)
+        copies.append(equal_copies(last[label], label))
         divergence = summarize([compare(reference.hidden, last[label].hidden, embedding, batch, model.mesh)])
         rows.append(
             {
@@ -162,18 +166,19 @@ def measure(request: Request, text: str, cache_dir: Path, progress: Any) -> dict
         "padded_tokens": int(batch.tokens.size),
         "cache_dir": str(cache_dir),
         "results": rows,
-        "ranks_bitwise_equal": True,
-        "link_measured": model.platform != "cpu",
+        "ranks_compared_bitwise": min(copies),
+        "virtual_devices": model.platform == "cpu",
         "peak_memory_bytes": peak_memory_bytes(),
         **provenance(),
     }
 
 
-def ranks_agree(output: "PrefillOutput", label: str) -> None:
-    """Every rank must hold the same bits; anything else is a defect of the collective."""
+def equal_copies(output: "PrefillOutput", label: str) -> int:
+    """How many ranks hold the hidden states, all with the same bits; a difference is a defect of the collective."""
     copies = [np.asarray(shard.data) for shard in output.hidden.addressable_shards]
     if any(copy.tobytes() != copies[0].tobytes() for copy in copies):
         raise RuntimeError(f"the ranks' hidden states differ after {label}: the AllReduce is not deterministic")
+    return len(copies)
 
 
 def likeliest(model: "ServingModel", output: "PrefillOutput", count: int = 5) -> list[dict[str, Any]]:
@@ -200,8 +205,10 @@ def show_record(record: dict[str, Any], console: Console) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in record["results"]:
         timing, plan, quality = row["time_to_first_token"], row["plan"], row["against_f32"]
+        # A row that fell back must not pass for the quality of what was asked for.
+        ran = f" [bold red](fell back to {plan['algorithm']} in {plan['format']})[/]" if plan["fallback"] else ""
         table.add_row(
-            escape(row["reduce"]),
+            escape(row["reduce"]) + ran,
             f"{timing['median_s'] * 1e3:.0f} ms",
             f"{timing['quartile_low_s'] * 1e3:.0f}-{timing['quartile_high_s'] * 1e3:.0f}",
             f"{row['compile_s']:.1f} s",
@@ -211,10 +218,11 @@ def show_record(record: dict[str, Any], console: Console) -> None:
             f"{quality['top1']:.1%}",
         )
     console.print(table)
-    first = record["results"][0]
+    first, ranks = record["results"][0], record["ranks_compared_bitwise"]
     console.print(
         f"median of {first['time_to_first_token']['runs']} runs in turn, the first dropped; {first['all_reduces']} "
-        f"AllReduces a prefill; quality over {first['against_f32']['tokens']} positions; every rank holds the same bits"
+        f"AllReduces a prefill; quality over {first['against_f32']['tokens']} positions; the hidden states of the "
+        f"{ranks} rank(s) are equal bit by bit; compile: tracing, and XLA or its cache of earlier starts"
     )
     console.print("\n[bold]likeliest next tokens[/]")
     for row in record["results"]:
@@ -228,6 +236,6 @@ def show_record(record: dict[str, Any], console: Console) -> None:
     if record["platform"] == "cpu":
         console.print(
             "\nVirtual CPU devices share one memory and have no link between them: these times say nothing of the "
-            "collective's worth.\nThat is measured on real or rate-limited links (docs/collective.md, \"What a link is "
-            'worth").',
+            "collective's worth.\nThat takes links: a TPU, or rate-limited links between processes, which this version "
+            "does not set up (README, Limits)."
         )

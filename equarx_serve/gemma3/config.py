@@ -101,9 +101,8 @@ GEMMA3_SIZES: dict[str, Gemma3Config] = {
 
 def gemma3_config(name: str) -> Gemma3Config:
     """The published size called `name` ("gemma3-270m", ...); `UserError` names the nearest one otherwise."""
-    try:
+    if name in GEMMA3_SIZES:
         return GEMMA3_SIZES[name]
-    except KeyError:
-        near = difflib.get_close_matches(name, GEMMA3_SIZES, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"unknown model {name!r}; {hint}known: {', '.join(GEMMA3_SIZES)}") from None
+    near = difflib.get_close_matches(str(name), GEMMA3_SIZES, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"unknown model {name!r}; {hint}known: {', '.join(GEMMA3_SIZES)}")

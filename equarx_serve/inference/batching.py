@@ -5,15 +5,12 @@ Widths are rounded up to buckets, so that any number of prompt lengths compiles 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from equarx_serve.errors import UserError
 from equarx_serve.gemma3 import MAX_CONTEXT
-
-Side = Literal["left", "right"]
 
 
 def bucket(length: int) -> int:
@@ -43,13 +40,15 @@ class Batch:
 
 
 def make_batch(
-    prompts: Sequence[Sequence[int]], vocab_size: int, pad_id: int = 0, side: Side = "right", width: int | None = None
+    prompts: Sequence[Sequence[int]], vocab_size: int, pad_id: int = 0, side: str = "right", width: int | None = None
 ) -> Batch:
     """Token id lists as a batch, padded on `side` to `width` (default: the longest one's bucket).
 
     Raises `UserError` for no prompt, an empty one, one beyond the context, ids outside the vocabulary.
     """
-    if not prompts:
+    if side not in ("left", "right"):
+        raise UserError(f"side={side!r}: prompts are padded on the left or the right")
+    if not len(prompts):
         raise UserError("there is no prompt; give at least one")
     for row, prompt in enumerate(prompts):
         which = "the prompt" if len(prompts) == 1 else f"prompt {row}"
@@ -57,8 +56,9 @@ def make_batch(
             raise UserError(f"{which} is empty; a prefill needs at least one token")
         if len(prompt) > MAX_CONTEXT:
             raise UserError(f"{which} has {len(prompt):,} tokens; Gemma 3's context ends at {MAX_CONTEXT:,}")
-        wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
-        if wrong is not None:
+        for strange in (t for t in prompt if isinstance(t, bool) or not isinstance(t, (int, np.integer))):
+            raise UserError(f"{which} holds {strange!r} ({type(strange).__name__}); token ids are integers")
+        for wrong in (token for token in prompt if not 0 <= token < vocab_size):
             raise UserError(f"{which} holds token {wrong}; this vocabulary has ids 0 to {vocab_size - 1}")
     longest = max(map(len, prompts))
     width = min(bucket(longest), MAX_CONTEXT) if width is None else width

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from equarx_serve.collectives import Plan
+from equarx_serve.collectives import CollectiveConfig, Plan
 from equarx_serve.errors import UserError
 from equarx_serve.gemma3 import TP_AXIS, Gemma3Config, gemma3_config
-from equarx_serve.inference.batching import Batch, Side, make_batch
+from equarx_serve.inference.batching import Batch, make_batch
 from equarx_serve.inference.loading import config_of, load_parameters, parse_dtype
 from equarx_serve.inference.mesh import make_mesh
 from equarx_serve.inference.prefill import PrefillOutput, prefill_function
@@ -32,7 +32,8 @@ EMBEDDED_MODEL = "gemma3-270m"
 """The model whose weights come as a package."""
 
 Progress = Callable[[int, int, str], None]
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
+Reduce = ReduceConfig | CollectiveConfig | str
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,34 @@ class PrefillResult:
     def top(self, count: int = 5, row: int = 0) -> list[tuple[int, float]]:
         """The likeliest next tokens of one prompt, with their probabilities."""
         return likeliest_tokens(self.logits[row], count)
+
+
+def as_reduce(reduce: Reduce) -> ReduceConfig:
+    """An AllReduce given as text, as the collective's config or as a `ReduceConfig`. `UserError` for anything else."""
+    if isinstance(reduce, str):
+        return ReduceConfig.parse(reduce)
+    if isinstance(reduce, CollectiveConfig):
+        return ReduceConfig(reduce)
+    if not isinstance(reduce, ReduceConfig):
+        raise UserError(
+            f'reduce={reduce!r} ({type(reduce).__name__}): give text like "int8", a CollectiveConfig or a ReduceConfig'
+        )
+    return reduce
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, each text or token ids (any one-dimensional array of integers too), as a list."""
+
+    def ids(prompt: Any) -> Any:
+        if isinstance(prompt, str):
+            return prompt
+        if isinstance(prompt, (Sequence, np.ndarray, jax.Array)) and not isinstance(prompt, bytes):
+            return list(prompt) if isinstance(prompt, Sequence) else np.asarray(prompt).tolist()
+        raise UserError(f"{prompt!r} ({type(prompt).__name__}) is no prompt; give text or a list of token ids")
+
+    given = ids(prompts)
+    several = isinstance(given, list) and any(isinstance(one, (str, Sequence, np.ndarray, jax.Array)) for one in given)
+    return [ids(one) for one in given] if several or given == [] else [given]
 
 
 class ServingModel:
@@ -121,19 +150,18 @@ class ServingModel:
             self._params[reduce] = prepared_parameters(self._params[EXACT], self.config, reduce)
         return self._params[reduce]
 
-    def batch(self, prompts: Prompt | Sequence[Prompt], side: Side = "right") -> Batch:
+    def batch(self, prompts: Prompt | Sequence[Prompt], side: str = "right") -> Batch:
         """Text (tokenized, one BOS in front) or token ids (as they are) as one padded batch."""
-        single = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer)))
-        rows: list[Sequence[int]] = []
-        for prompt in cast(Sequence[Prompt], [prompts] if single else prompts):
+        rows = []
+        for prompt in as_prompts(prompts):
             if isinstance(prompt, str) and not prompt:
                 raise UserError("the prompt is empty; a prefill needs at least one token")
             rows.append(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         return make_batch(rows, self.config.vocab_size, side=side)
 
-    def compiled(self, batch: Batch, reduce: ReduceConfig | None = None) -> CompiledPrefill:
+    def compiled(self, batch: Batch, reduce: Reduce | None = None) -> CompiledPrefill:
         """The program for batches of this shape under `reduce`, compiled at the first call."""
-        reduce = self.reduce if reduce is None else reduce
+        reduce = self.reduce if reduce is None else as_reduce(reduce)
         key = (reduce, batch.tokens.shape)
         if key not in self._programs:
             self._programs[key] = self._compile(batch, reduce)
@@ -154,7 +182,7 @@ class ServingModel:
         return CompiledPrefill(run, seconds, plan, lambda: compiled.as_text() or "")
 
     def prefill(
-        self, prompts: Prompt | Sequence[Prompt], reduce: ReduceConfig | None = None, side: Side = "right"
+        self, prompts: Prompt | Sequence[Prompt], reduce: Reduce | None = None, side: str = "right"
     ) -> PrefillResult:
         """Runs whole prompts through the model.
 
@@ -174,7 +202,7 @@ def load_model(
     model: str | None = None,
     weights: str | Path | None = None,
     tp: int = 1,
-    reduce: ReduceConfig | str | None = None,
+    reduce: Reduce | None = None,
     dtype: str = "float32",
     devices: Sequence[jax.Device] | None = None,
     cache_dir: str | Path | None = None,
@@ -186,7 +214,8 @@ def load_model(
         model: "gemma3-270m", ...; default: what the weights say they are.
         weights: a GGUF file; default: the embedded Gemma 3 270M (4-bit, dequantized once into the cache folder).
         tp: tensor-parallel ranks, a divisor of the model's query heads.
-        reduce: the AllReduce of the row-parallel layers, as `ReduceConfig` or text ("f32", "int8:block=256").
+        reduce: the AllReduce of the row-parallel layers: text ("f32", "int8:block=64"), a `CollectiveConfig` or a
+            `ReduceConfig`.
         dtype: of weights and activations, "float32" or "bfloat16".
         devices: to lie on; default: the first `tp` of `jax.devices()`.
         cache_dir: where dequantized weights are kept; default: the user's cache folder.
@@ -195,6 +224,8 @@ def load_model(
     Raises `UserError` (or `CollectiveError` for `reduce`) in one sentence for everything that cannot be.
     """
     # What can be refused without opening a file is refused first.
+    if isinstance(tp, bool) or not isinstance(tp, int):
+        raise UserError(f"tp={tp!r} ({type(tp).__name__}): the number of ranks is an integer")
     if model is not None or weights is None:
         named = gemma3_config(EMBEDDED_MODEL if model is None else model)
         if weights is None and named.name != EMBEDDED_MODEL:
@@ -203,7 +234,7 @@ def load_model(
             )
         named.check_tp(tp)
     numpy_dtype = parse_dtype(dtype)
-    chosen = ReduceConfig.parse(reduce) if isinstance(reduce, str) else reduce or ReduceConfig()
+    chosen = ReduceConfig() if reduce is None else as_reduce(reduce)
     checkpoint = open_checkpoint(weights, cache_dir, progress)
     config = config_of(checkpoint, model)
     config.check_tp(tp)

@@ -55,3 +55,10 @@ def test_devices_are_seen_by_their_files(tmp_path):
     assert not environment.tpu_in_sight(tmp_path)
     (tmp_path / "vfio" / "0").touch()
     assert environment.tpu_in_sight(tmp_path)
+
+
+def test_the_context_limit_is_the_models():
+    from equarx_serve.cli.prefill import MAX_CONTEXT
+    from equarx_serve.gemma3 import MAX_CONTEXT as of_the_model
+
+    assert of_the_model == MAX_CONTEXT

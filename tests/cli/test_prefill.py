@@ -1,6 +1,10 @@
 """The prefill command end to end on a tiny GGUF, and every refusal: one sentence, exit code not 0, no traceback."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from cli.command import equarx_serve
@@ -25,7 +29,7 @@ def refused(done):
 
 
 def test_one_run_gives_table_plans_and_json(tiny):
-    ring = "int8:algorithm=ring,block=64,rotation=64,min_bytes=0,quantize_min_bytes=0"
+    ring = "int8:algorithm=ring,block=64,scale=float32,rotation=64,min_bytes=0,quantize_min_bytes=0"
     done = equarx_serve(
         *tiny, "--tokens", 40, "--prompt", "ab a b", "--reduce", ring, "--reduce", "bf16", "--repeats", 3, "--json"
     )
@@ -33,7 +37,8 @@ def test_one_run_gives_table_plans_and_json(tiny):
     record = json.loads(done.stdout)
     assert [row["reduce"] for row in record["results"]] == ["f32", ring, "bf16"]
     assert (record["tp"], record["prompt_tokens"], record["padded_tokens"], record["platform"]) == (4, 40, 64, "cpu")
-    assert record["link_measured"] is False
+    assert record["virtual_devices"] is True
+    assert record["ranks_compared_bitwise"] == 4
     exact, quantized, bf16 = record["results"]
     assert exact["against_f32"]["kl"] == 0
     assert exact["against_f32"]["tokens"] == 40
@@ -80,7 +85,8 @@ def test_bos_is_there_once_whatever_the_prompt_begins_with(tiny, tmp_path):
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file are both given"),
         (["--prompt-file", "/nowhere/at/all.txt"], "/nowhere/at/all.txt: No such file"),
-        (["--tokens", "131073"], "the prompt has 131,073 tokens; Gemma 3's context ends at 131,072"),
+        (["--tokens", "131073"], "--tokens 131,073: Gemma 3's context ends at 131,072"),
+        (["--tokens", "99999999999"], "--tokens 99,999,999,999: Gemma 3's context ends at 131,072"),
         (["--tokens", "0"], "--tokens 0: a prefill needs at least one token"),
         (["--dtype", "fp16"], "dtype fp16 is not possible: Gemma 3's residual stream passes 100,000"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
@@ -119,7 +125,7 @@ def test_unknown_option_and_help():
     unknown = equarx_serve("prefill", "--nonsense")
     assert unknown.returncode == 2
     assert "Traceback" not in unknown.stderr
-    helped = equarx_serve("prefill", "--help", env={"COLUMNS": "200"})
+    helped = equarx_serve("prefill", "--help", env={"COLUMNS": "80"})
     assert helped.returncode == 0
     for option in (
         "--prompt",
@@ -133,5 +139,33 @@ def test_unknown_option_and_help():
         "--json",
     ):
         assert option in helped.stdout
-    for word in ("two_ended_ring", "channel_scale", "FORMAT"):
+    for word in ("two_ended_ring", "two_shot", "psum", "channel_scale", "on_unsupported", "FORMAT"):
         assert word in helped.stdout
+
+
+def test_a_row_that_fell_back_says_so(tiny):
+    done = equarx_serve(*tiny, "--prompt", "ab a b", "--reduce", "int8:rotation=none", "--repeats", 1)
+    assert done.returncode == 0, done.stderr
+    assert "fell back to" in done.stdout
+    assert "fewer than min_bytes=65536" in done.stdout
+
+
+def test_ctrl_c_is_one_sentence(tiny):
+    command = [sys.executable, "-m", "equarx_serve.cli", *map(str, tiny), "--tokens", "2000", "--repeats", "500"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean)
+    for line in process.stderr:
+        if "timing" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "error: interrupted" in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_version():
+    done = equarx_serve("--version")
+    assert done.returncode == 0
+    assert done.stdout.split()[0] == "equarx-serve"

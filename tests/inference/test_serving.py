@@ -1,6 +1,9 @@
 """From a GGUF on disk to logits on a mesh, and what is said when it cannot be."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import gemma3.naive as naive
 import jax
@@ -8,16 +11,23 @@ import numpy as np
 import pytest
 from tiny_gemma3 import gguf_tensors, metadata, official_tree, write_gguf
 
+from equarx_serve.collectives import CollectiveConfig
 from equarx_serve.errors import UserError
-from equarx_serve.inference import load_model
+from equarx_serve.inference import ReduceConfig, load_model
 from equarx_serve.inference.loading import parse_dtype
 from equarx_serve.inference.mesh import make_mesh
+from equarx_serve.inference.serving import as_reduce
 
 
 @pytest.fixture(scope="module")
 def tiny_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
     return write_gguf(folder / "tiny.gguf", metadata(), gguf_tensors(official_tree()), "gemma3"), folder / "cache"
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tiny_file):
+    return load(tiny_file, tp=2, reduce="f32")
 
 
 def load(tiny_file, **options):
@@ -133,3 +143,64 @@ def test_nan_in_the_weights_is_refused(tiny_file, tmp_path, caplog):
     path = write_gguf(tmp_path / "nan.gguf", metadata(), tensors, "gemma3")
     with caplog.at_level(logging.WARNING), pytest.raises(UserError, match="NaN"):
         load_model(weights=path, cache_dir=tmp_path / "cache")
+
+
+def test_arrays_of_ids_are_prompts(tiny_model):
+    for ids in (np.array([2, 5, 6]), jax.numpy.array([2, 5, 6]), (2, 5, 6)):
+        assert tiny_model.batch(ids).lengths == [3]
+    assert tiny_model.batch([np.array([2, 5]), "ab"]).lengths[0] == 2
+    assert tiny_model.batch(np.array([[2, 5], [2, 6]])).lengths == [2, 2]
+
+
+def test_a_reduce_is_text_or_a_config_and_nothing_else(tiny_model):
+    text = "bf16:algorithm=ring,min_bytes=0"
+    for reduce in (text, CollectiveConfig.parse(text), ReduceConfig.parse(text)):
+        assert as_reduce(reduce) == ReduceConfig.parse(text)
+    assert tiny_model.prefill([2, 5], reduce=text).plan.format == "bfloat16"
+
+
+NOT_CHECKED_BY_TYPES = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+from equarx_serve import UserError, load_model
+from equarx_serve.inference.serving import as_reduce
+path, cache = sys.argv[1:]
+model = load_model(weights=path, cache_dir=cache, tp=2, reduce="f32")
+tries = [
+    lambda: model.batch(None), lambda: model.batch(5), lambda: model.batch(b"abc"), lambda: model.batch([None]),
+    lambda: model.batch([2, 3.5]), lambda: model.batch([True, False]), lambda: model.batch([]),
+    lambda: model.batch([[2], 5]), lambda: model.batch([2], side="middle"), lambda: as_reduce(8),
+    lambda: load_model(tp="4"), lambda: load_model(tp=2.0), lambda: load_model(tp=True), lambda: load_model(5),
+]
+for number, one in enumerate(tries):
+    try:
+        print(number, "accepted", one())
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_arguments_of_other_kinds_are_named_where_no_type_checker_stands_guard(tiny_file):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_NUM", "XLA_"))}
+    command = [sys.executable, "-c", NOT_CHECKED_BY_TYPES, *map(str, tiny_file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**clean, "JAX_PLATFORMS": "cpu"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "None (NoneType) is no prompt; give text or a list of token ids",
+        "5 (int) is no prompt; give text or a list of token ids",
+        "b'abc' (bytes) is no prompt; give text or a list of token ids",
+        "the prompt holds None (NoneType); token ids are integers",
+        "the prompt holds 3.5 (float); token ids are integers",
+        "the prompt holds True (bool); token ids are integers",
+        "there is no prompt; give at least one",
+        "5 (int) is no prompt; give text or a list of token ids",
+        "side='middle': prompts are padded on the left or the right",
+        'reduce=8 (int): give text like "int8", a CollectiveConfig or a ReduceConfig',
+        "tp='4' (str): the number of ranks is an integer",
+        "tp=2.0 (float): the number of ranks is an integer",
+        "tp=True (bool): the number of ranks is an integer",
+        "unknown model 5; known: gemma3-270m, gemma3-1b, gemma3-4b, gemma3-12b, gemma3-27b",
+    ]
