@@ -104,7 +104,7 @@ def measure(request: Request, text: str, cache_dir: Path, progress: Any) -> dict
     """Runs everything; returns the JSON-ready record."""
     import jax
 
-    from equarx_serve.evaluation.divergence import compare, summarize
+    from equarx_serve.evaluation.divergence import compare_all, summarize
     from equarx_serve.inference import EXACT, ReduceConfig, load_model
     from equarx_serve.inference.loading import describe
     from equarx_serve.timing.interleave import interleaved
@@ -138,10 +138,12 @@ def measure(request: Request, text: str, cache_dir: Path, progress: Any) -> dict
     reference = last[EXACT.label()]
     embedding = model.parameters(EXACT)["embedder/input_embedding"]
     rows, copies = [], []
-    for reduce in reduces:
+    hidden = [last[reduce.label()].hidden for reduce in reduces]
+    parts = compare_all(reference.hidden, hidden, embedding, batch, model.mesh)
+    for reduce, part in zip(reduces, parts, strict=True):
         label = reduce.label()
         copies.append(equal_copies(last[label], label))
-        divergence = summarize([compare(reference.hidden, last[label].hidden, embedding, batch, model.mesh)])
+        divergence = summarize([part])
         rows.append(
             {
                 "reduce": label,
